@@ -28,18 +28,20 @@ FORMATS: dict[str, tuple[str, int | None]] = {
 }
 
 
-def random_weight(rng: np.random.Generator, scheme: str, group_size: int | None, k: int, n: int) -> Any:
+def random_weight(seed: int, scheme: str, group_size: int | None, k: int, n: int) -> Any:
+    keys = jax.random.split(jax.random.key(seed), 4)
     if scheme == "bf16":
-        return jax.random.normal(jax.random.key(int(rng.integers(1 << 30))), (k, n), jnp.bfloat16)
+        return jax.random.normal(keys[0], (k, n), jnp.bfloat16)
     bits = jaxq.SCHEMES[scheme].bits
-    codes = jnp.asarray(rng.integers(0, 2**bits, (k, n), dtype=np.uint8))
+    codes = jax.random.bits(keys[0], (k, n), jnp.uint8) >> jnp.uint8(8 - bits)
     groups = 1 if group_size is None else k // group_size
     two_level = scheme == "W4A8" and group_size is not None
-    scales = jnp.asarray(rng.uniform(0.5, 1.5, (1 if two_level else groups, n)) / 2**bits, jnp.float32)
+    scales = jax.random.uniform(keys[1], (1 if two_level else groups, n), minval=0.5, maxval=1.5) / 2**bits
     subscales = None
     if two_level:
-        s = rng.integers(1, 17, (groups, n))
-        subscales = jnp.asarray(np.stack((s, rng.integers(0, 256 - 15 * s)), axis=-1), jnp.uint8)
+        s = jax.random.randint(keys[2], (groups, n), 1, 17)
+        b = (jax.random.uniform(keys[3], (groups, n)) * (256 - 15 * s)).astype(jnp.int32)
+        subscales = jnp.stack((s, b), axis=-1).astype(jnp.uint8)
     if scheme == "W4A16":
         scales = scales.astype(jnp.bfloat16)
     return jaxq.QTensor.from_codes(codes, scales, scheme=scheme, group_size=group_size, subscales=subscales)
@@ -69,7 +71,7 @@ def time_gemms(
     for n, k in shapes:
         for name in formats:
             scheme, group_size = FORMATS[name]
-            w = random_weight(rng, scheme, group_size, k, n)
+            w = random_weight(0, scheme, group_size, k, n)
             nbytes = sum(a.nbytes for a in jax.tree.leaves(w))
             copies = max(4, min(40, int(300e6 // nbytes) + 1))
             weights = [jax.tree.map(lambda a: a + 0, w) for _ in range(copies)]
@@ -104,7 +106,7 @@ def time_memory(emit: Callable[..., None]) -> None:
         "quantize_per_token": (lambda x: jaxq.quantize_per_token(x, implementation="cuda"), xs, 3 * x.size),
     }
     for name in ("w4a16_g128", "w8a16_channel", "w8a8", "w4a8_channel", "w4a8_g64"):
-        w = random_weight(rng, *FORMATS[name], 8192, 4096)
+        w = random_weight(0, *FORMATS[name], 8192, 4096)
         nbytes = sum(a.nbytes for a in jax.tree.leaves(w))
         ws = [jax.tree.map(lambda a: a + 0, w) for _ in range(8)]
         operations[f"dequantize {name}"] = (

@@ -33,7 +33,8 @@ def table(rows: list[dict]) -> str:
                 us, bf16 = times.get((n, k, scheme, m)), times.get((n, k, "bf16", m))
                 ratio = "" if scheme == "bf16" or not us or not bf16 else f" ({bf16 / us:.2f})"
                 cells.append("" if us is None else f"{us:.1f}{ratio}")
-            lines.append(f"| {n} x {k} | {scheme} | " + " | ".join(cells) + " |")
+            if any(cells):  # a run may have been cut short
+                lines.append(f"| {n} x {k} | {scheme} | " + " | ".join(cells) + " |")
     memory = [row for row in rows if row["op"] != "matmul"]
     if memory:
         copy = next(row["bytes"] / row["us"] for row in memory if row["op"] == "copy")

@@ -1,5 +1,7 @@
 """QuantDense for Linen, and the quantization of a Linen model's variables."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -115,15 +117,17 @@ def test_a_kernel_of_another_shape_is_named():
 def test_gradients_see_the_bias_alone():
     x = inputs(4, IN)
     model = Mlp(jaxq.linen.QuantDense)
-    variables = model.init(jax.random.key(0), x)
+    variables = jax.jit(model.init)(jax.random.key(0), x)
 
-    def loss(params, model):
+    @functools.partial(jax.jit, static_argnums=1)
+    @jax.grad
+    def gradients(params, model):
         return model.apply({**variables, "params": params}, x).sum()
 
-    grads = jax.grad(loss)(variables["params"], model)
+    grads = gradients(variables["params"], model)
     assert jax.tree.structure(grads) == jax.tree.structure(variables["params"])
     assert float(jnp.abs(grads["up"]["bias"]).max()) > 0
-    remat = jax.grad(loss)(variables["params"], nn.remat(Mlp)(jaxq.linen.QuantDense))
+    remat = gradients(variables["params"], nn.remat(Mlp)(jaxq.linen.QuantDense))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), remat, grads)
 
 
@@ -174,7 +178,7 @@ def test_kernels_of_other_layers_stay():
             x = nn.MultiHeadDotProductAttention(2, name="attention")(x)
             return nn.Dense(3, name="head")(x)
 
-    variables = Net().init(jax.random.key(0), inputs(1, 8, 8, 4))
+    variables = jax.eval_shape(Net().init, jax.random.key(0), inputs(1, 8, 8, 4))
     quantized = quantize(variables, "W8A16")
     assert list(quantized["quant"]) == ["head"]
     with pytest.raises(ValueError, match="'conv2d' matches no dense layer, only what cannot be quantized"):

@@ -1,7 +1,7 @@
 // Every inline-asm instruction of jaxq, one function each, named after its mnemonic. PTX ISA section in the comment.
 //
-// Loads, stores and synchronization are `volatile` with a "memory" clobber; pure arithmetic (mma) is neither, so that the
-// compiler may schedule it.
+// Loads, stores and synchronization are `volatile` with a "memory" clobber; pure arithmetic (mma) is neither, so that
+// the compiler may schedule it.
 #pragma once
 
 #include <cstdint>
@@ -22,10 +22,9 @@ __device__ __forceinline__ void cp_async_16_stream(uint32_t smem, const void* gm
 }
 // The same by lanes for which `is_mine` holds, without a branch.
 __device__ __forceinline__ void cp_async_16_if(bool is_mine, uint32_t smem, const void* gmem) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p cp.async.cg.shared.global [%0], [%1], 16;\n}" ::"r"(smem),
-      "l"(gmem), "r"(static_cast<int>(is_mine))
-      : "memory");
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p cp.async.cg.shared.global [%0], [%1], 16;\n}" ::"r"(smem),
+               "l"(gmem), "r"(static_cast<int>(is_mine))
+               : "memory");
 }
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
@@ -95,7 +94,8 @@ __device__ __forceinline__ void mma_m16n8k16_bf16(float (&c)[4], const uint32_t 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 __device__ __forceinline__ void mma_m16n8k16_f16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }

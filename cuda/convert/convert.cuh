@@ -1,7 +1,7 @@
 // Weight codes -> MMA operands, in registers. Layouts are those of jaxq/packing.py; nothing here touches memory.
 //
-// An A fragment is four registers: a[0], a[2] belong to channel g of a strip, a[1], a[3] to channel g + 8; a[0], a[1] to
-// the first half of the step's k, a[2], a[3] to the second.
+// An A fragment is four registers: a[0], a[2] belong to channel g of a strip, a[1], a[3] to channel g + 8; a[0], a[1]
+// to the first half of the step's k, a[2], a[3] to the second.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -17,8 +17,8 @@ constexpr uint32_t kLowNibbles = 0x0F0F0F0F;
 constexpr uint32_t kHighNibbles = 0xF0F0F0F0;
 constexpr uint32_t kSignBits = 0x80808080;  // XOR: a byte between 0..255 and -128..127
 
-// int4 -> s8, one scale a channel: codes are two's complement nibbles and stay in the high half of a byte, 16 times their
-// value; the epilogue divides by 16.
+// int4 -> s8, one scale a channel: codes are two's complement nibbles and stay in the high half of a byte, 16 times
+// their value; the epilogue divides by 16.
 //
 //    byte i of word 0:  | channel g | channel g + 8 |  k = 4 j + i        word 1: k = 16 + 4 j + i
 __device__ __forceinline__ void ConvertInt4ToS8Times16(uint32_t (&a)[4], uint32_t word0, uint32_t word1) {
@@ -75,7 +75,8 @@ template <typename T>
 __device__ __forceinline__ void ConvertInt4ToFloat(uint32_t (&a)[4], uint32_t word, const uint32_t (&biased_zero)[2]) {
 #pragma unroll
   for (int r = 0; r < 4; r++)
-    a[r] = SubtractPairs<T>(ptx::lop3_and_or(word >> (4 * r), 0x000F000F, Magic<T>::kBits * 0x00010001u), biased_zero[r & 1]);
+    a[r] = SubtractPairs<T>(ptx::lop3_and_or(word >> (4 * r), 0x000F000F, Magic<T>::kBits * 0x00010001u),
+                            biased_zero[r & 1]);
 }
 
 // int8 (two's complement) -> bf16 or f16, exactly. Bytes 0 and 2 of a word are channel g, bytes 1 and 3 channel g + 8.

@@ -1,5 +1,5 @@
-// The weight formats as the GEMM kernels see them: which bytes of a block a lane loads, how they become fragments, which
-// mma multiplies them.
+// The weight formats as the GEMM kernels see them: which bytes of a block a lane loads, how they become fragments,
+// which mma multiplies them.
 //
 // A step is 32 bytes of k of the activations (32 int8 or 16 half floats), one mma; a stage is four steps. One 16-byte
 // piece of weights feeds kStepsPerPiece steps of a strip of 16 channels.
@@ -10,9 +10,9 @@
 
 namespace jaxq {
 
-constexpr int kBlock = 64;       // channels and k of a packed block
+constexpr int kBlock = 64;        // channels and k of a packed block
 constexpr int kStageBytes = 128;  // of k of one token's activations in a stage
-constexpr int kSteps = 4;        // of a stage
+constexpr int kSteps = 4;         // of a stage
 
 // What a group's parameters become in registers, for the two channels (g and g + 8) of a lane.
 struct NoParams {};

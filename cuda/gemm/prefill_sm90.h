@@ -20,10 +20,9 @@ inline bool WantsPrefill(const GemmArgs& a) {
   constexpr int64_t kFewTokens = 96;
   Device device;
   if (a.m == 0 || a.n == 0 || Device::Current(&device) != cudaSuccess || device.major != 9) return false;
-  const bool is_aligned =
-      reinterpret_cast<uintptr_t>(a.x) % 16 == 0 && reinterpret_cast<uintptr_t>(a.packed) % 16 == 0;
-  const bool is_forced = a.config == static_cast<int>(PrefillConfig::kWide) ||
-                         a.config == static_cast<int>(PrefillConfig::kNarrow);
+  const bool is_aligned = reinterpret_cast<uintptr_t>(a.x) % 16 == 0 && reinterpret_cast<uintptr_t>(a.packed) % 16 == 0;
+  const bool is_forced =
+      a.config == static_cast<int>(PrefillConfig::kWide) || a.config == static_cast<int>(PrefillConfig::kNarrow);
   return is_aligned && (is_forced || (a.config < 0 && a.m >= kFewTokens));
 }
 

@@ -34,8 +34,8 @@ enum class Kernel : int { kStream, kTile32, kTile64, kTile128, kCount };
 // How many slices of k fit the workspace.
 inline int64_t MaxSplits(const GemmArgs& a) { return a.workspace_bytes / (a.m * a.n_padded * 4); }
 
-// The streaming kernel's shape: consumer warps of a CTA, and the k blocks that each keeps on their way. Together 64 KB an
-// SM, twice what 4.3 TB/s x 1 us of latency needs on 132 SMs.
+// The streaming kernel's shape: consumer warps of a CTA, and the k blocks that each keeps on their way. Together 64 KB
+// an SM, twice what 4.3 TB/s x 1 us of latency needs on 132 SMs.
 constexpr int kStreamWarps = 16;
 template <int kBits>
 constexpr int kStreamDepth = 32 / kBits;
@@ -48,7 +48,8 @@ inline int StreamSlotBytes(int bits, int param_bytes, bool general) {
 // Dynamic SMEM of the streaming kernel: x (with a row of zeros) and the rings.
 inline int StreamSmemBytes(int64_t m, int64_t blocks, int act_bytes, int slot_bytes) {
   const int tiles = m <= 8 ? 1 : 2, rows = static_cast<int>(std::min<int64_t>(m, tiles * 8 - 1) + 1);
-  const int stride = static_cast<int>(blocks) * 64 * act_bytes + 64, depth = slot_bytes >= 1024 ? kStreamDepth<8> : kStreamDepth<4>;
+  const int stride = static_cast<int>(blocks) * 64 * act_bytes + 64,
+            depth = slot_bytes >= 1024 ? kStreamDepth<8> : kStreamDepth<4>;
   return (rows * stride + 127) / 128 * 128 + kStreamWarps * (depth + 2) * slot_bytes;
 }
 

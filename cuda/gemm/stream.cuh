@@ -1,9 +1,9 @@
 // The streaming GEMM, for few tokens: every warp keeps a run of weights in flight and reads each byte once.
 //
-//   strip                 16 channels, all k of a split; a quarter of its 64 x 64 blocks, which follow one another in memory
-//   unit                  1 or 2 neighbouring strips
-//   CTA (persistent)      units blockIdx.x, blockIdx.x + gridDim.x, ...
-//   consumer warp         a run of k blocks of one strip of every unit; a ring of its own in SMEM, filled by cp.async,
+//   strip                 16 channels, all k of a split; a quarter of its 64 x 64 blocks, which follow one another in
+//   memory unit                  1 or 2 neighbouring strips CTA (persistent)      units blockIdx.x, blockIdx.x +
+//   gridDim.x, ... consumer warp         a run of k blocks of one strip of every unit; a ring of its own in SMEM,
+//   filled by cp.async,
 //                         which runs on from unit to unit, so that kDepth blocks are always on their way
 //   x                     (tokens, k of the split) in SMEM for the whole life of the CTA, read by ldmatrix
 //
@@ -14,8 +14,8 @@
 //      | warp 8 | warp 9 |  ...   | warp 15|
 //      +--------+--------+--------+--------+
 //
-// Lanes read the weights that they copied themselves, so the ring needs no barrier; group parameters are copied by a few
-// lanes for all, behind a __syncwarp.
+// Lanes read the weights that they copied themselves, so the ring needs no barrier; group parameters are copied by a
+// few lanes for all, behind a __syncwarp.
 //
 // PERF: the same loop with a ring in registers ran at half the speed (4096 x 28672, m = 1, H200: 33.8 us), since loads
 // behind branches share one scoreboard and wait for each other; see docs/design/0007.
@@ -39,8 +39,8 @@ struct StreamArgs {
   const void* zeros;
   const uint8_t* subscales;
   DType scales_dtype, zeros_dtype;
-  int m, k, n_padded, group;  // group: rows; 0 when the mainloop has no group parameters
-  uint64_t group_magic;       // ceil(2^32 / (group / 32))
+  int m, k, n_padded, group;    // group: rows; 0 when the mainloop has no group parameters
+  uint64_t group_magic;         // ceil(2^32 / (group / 32))
   int scale_bytes, zero_bytes;  // of one channel of a group: scales or subscales, zeros
   int slot_bytes;               // of a warp's ring
   int unit;                     // strips that a CTA works on at once: 1 or 2
@@ -55,16 +55,16 @@ constexpr int kStripChannels = 16;
 template <class F>
 constexpr int kMaxUnit = F::kActBytes == 2 ? 2 : 1;
 
-// Bytes added to a row of x in SMEM, so that the reads of a warp meet all banks: 8 rows at one 16-byte chunk (ldmatrix),
-// or 2 rows at 4 chunks (W8A8, whose k is permuted).
+// Bytes added to a row of x in SMEM, so that the reads of a warp meet all banks: 8 rows at one 16-byte chunk
+// (ldmatrix), or 2 rows at 4 chunks (W8A8, whose k is permuted).
 template <class F>
 constexpr int kRowPad = F::kBits == 8 && F::kActBytes == 1 ? 64 : 16;
 
 template <class F>
 constexpr int kPieces = F::kBits / 4;  // 16-byte pieces of weights of a lane, of a strip's 64 x 16 block
 
-// Named barriers: consumers arrive at kFull when a strip's sums lie in an exchange buffer, and wait at kFree before they
-// write to it again; the reducing warps the other way round.
+// Named barriers: consumers arrive at kFull when a strip's sums lie in an exchange buffer, and wait at kFree before
+// they write to it again; the reducing warps the other way round.
 enum StreamBarrier : int { kLoadedX = 1, kFull = 2, kFree = 4 };  // kFull and kFree: + buffer
 
 // Copies a warp's blocks into its ring, in the order in which they are multiplied. Addresses advance by additions.
@@ -115,8 +115,9 @@ class BlockLoader {
  private:
   __device__ __forceinline__ void StartStrip() {
     const int w = strip_ % 4, g = lane_ / 4, j = lane_ % 4;
-    const int lane_offset = F::kBits == 8 && F::kActBytes == 1 ? w * 1024 + g * 64 + ((j ^ (g / 2)) << 4)  // swizzled rows
-                                                               : w * 512 + lane_ * 16;
+    const int lane_offset = F::kBits == 8 && F::kActBytes == 1
+                                ? w * 1024 + g * 64 + ((j ^ (g / 2)) << 4)  // swizzled rows
+                                : w * 512 + lane_ * 16;
     weights_ = a_.packed + (int64_t{strip_ / 4} * (a_.k / kBlock) + first_) * kBlockBytes<F> + lane_offset;
     if ((F::kFloatGroups || F::kSubscales) && a_.group) {
       SetParam(0);
@@ -156,8 +157,8 @@ __global__ void __launch_bounds__((kWarps + kReduceWarps) * 32, 1)
     stream_kernel(const __grid_constant__ StreamArgs a, const __grid_constant__ Epilogue e) {
   using Acc = typename F::Acc;
   constexpr int kBlockX = kBlock * F::kActBytes;  // bytes of x of a k block
-  // PERF: 16-bit activations multiply blocks two at a time, as independent work: 40.6 -> 35.2 us at 28672 x 4096, m = 1 on
-  // an H200. With int8 ones it was up to 19 % slower.
+  // PERF: 16-bit activations multiply blocks two at a time, as independent work: 40.6 -> 35.2 us at 28672 x 4096, m = 1
+  // on an H200. With int8 ones it was up to 19 % slower.
   constexpr int kPair = F::kActBytes == 2 ? 2 : 1;
   constexpr int kThreads = (kWarps + kReduceWarps) * 32;
   extern __shared__ __align__(128) uint8_t smem[];
@@ -167,8 +168,8 @@ __global__ void __launch_bounds__((kWarps + kReduceWarps) * 32, 1)
   const int split0 = split * a.blocks_per_split, split_blocks = min(a.blocks_per_split, blocks_k - split0);
 
   if (warp >= kWarps) {
-    // A warp adds up one fragment element: lane 4 g + j has channel g + 8 (i / 2) of token 2 j + i % 2. Then eight lanes
-    // gather four channels each and finish them.
+    // A warp adds up one fragment element: lane 4 g + j has channel g + 8 (i / 2) of token 2 j + i % 2. Then eight
+    // lanes gather four channels each and finish them.
     ptx::griddepcontrol_wait();
     const int i = warp - kWarps, token0 = lane % 4 * 2 + i % 2;
     float x_scale[kTiles];
@@ -206,8 +207,7 @@ __global__ void __launch_bounds__((kWarps + kReduceWarps) * 32, 1)
           for (int t = 0; t < kTiles; t++) {
             Sums4 quad;
 #pragma unroll
-            for (int c = 0; c < 4; c++)
-              quad.v[c] = __shfl_sync(~0u, sum[s][t], (lane / 4 % 2 * 4 + c) * 4 + lane % 4);
+            for (int c = 0; c < 4; c++) quad.v[c] = __shfl_sync(~0u, sum[s][t], (lane / 4 % 2 * 4 + c) * 4 + lane % 4);
             if (lane < 8 && t * 8 + token0 < a.m)
               StoreSums(e, split, t * 8 + token0, col + s * kStripChannels, quad, channels[s], x_scale[t]);
           }

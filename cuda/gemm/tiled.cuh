@@ -8,8 +8,8 @@
 //   params  scales, zeros or subscales of the stage's groups                       at a group's end: sums += scale acc
 //
 // A CTA owns 64 kBlocksN channels x tile_m tokens and one slice of k. Four warps lie along the channels, kWarpsM along
-// the tokens; a warp holds kBlocksN strips of 16 channels x tile_m / kWarpsM tokens. Sums go through SMEM, so that rows of
-// the output are written whole.
+// the tokens; a warp holds kBlocksN strips of 16 channels x tile_m / kWarpsM tokens. Sums go through SMEM, so that rows
+// of the output are written whole.
 //
 // Sync: stage s is refilled after the barrier that follows its last read; at most kStages - 1 copies are in flight.
 // Rows past m and k past the end arrive as zeros; blocks past n repeat the last one and are never stored.
@@ -135,8 +135,10 @@ __device__ __forceinline__ uint4 LoadPiece(const uint8_t* weights, int strip, in
 }
 
 template <class F, class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, 1) tiled_kernel(const __grid_constant__ TiledArgs a, const __grid_constant__ Epilogue e) {
-  constexpr int kStrips = Tile::kBlocksN, kTiles = Tile::kTileM / 8 / Tile::kWarpsM;  // of a warp: 16 channels, 8 tokens
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    tiled_kernel(const __grid_constant__ TiledArgs a, const __grid_constant__ Epilogue e) {
+  constexpr int kStrips = Tile::kBlocksN,
+                kTiles = Tile::kTileM / 8 / Tile::kWarpsM;  // of a warp: 16 channels, 8 tokens
   static_assert(kTiles % 2 == 0, "an ldmatrix brings two tiles of 8 tokens");
   using Acc = typename F::Acc;
   extern __shared__ __align__(128) uint8_t smem[];
