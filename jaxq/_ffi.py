@@ -51,6 +51,12 @@ def status() -> str | None:
         major, minor = _extension.compute_capability(i)
         if major != 8 and (major, minor) != (9, 0):
             return f"CUDA device {i} has compute capability {major}.{minor}; the kernels need 8.0 to 9.0"
+        compiled = [divmod(int(sm.rstrip("a")), 10) for sm in _extension.architectures.split()]
+        if not any(major == a and minor >= b for a, b in compiled):  # code for 8.0 runs on 8.6
+            return (
+                f"CUDA device {i} has compute capability {major}.{minor}, the extension was compiled for sm "
+                f"{_extension.architectures} (the GPUs of the machine that built it); run here: {BUILD_COMMAND}"
+            )
     return None
 
 

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import types
 import zipfile
 
 import pytest
@@ -124,3 +125,28 @@ def test_every_design_note_is_listed_and_complete():
         headings = re.findall(r"^## (.*)", note.read_text(), flags=re.MULTILINE)
         assert headings[:2] == ["Context", "Decision"], note.name
         assert {"Measured", "Rejected"} & set(headings), note.name
+
+
+@pytest.mark.parametrize(
+    "architectures, capability, message",
+    [
+        ("80 86 89 90a", (9, 0), None),
+        ("80", (8, 9), None),
+        ("90a", (8, 0), r"capability 8\.0, the extension was compiled for sm 90a .*pip install"),
+        ("86", (8, 0), r"capability 8\.0, the extension was compiled for sm 86"),
+        ("80 86 89 90a", (7, 5), r"device 0 has compute capability 7\.5; the kernels need 8\.0 to 9\.0"),
+        ("80 86 89 90a", (10, 0), r"capability 10\.0; the kernels need 8\.0 to 9\.0"),
+    ],
+)
+def test_an_extension_knows_the_gpus_it_was_compiled_for(monkeypatch, architectures, capability, message):
+    extension = types.SimpleNamespace(
+        architectures=architectures, device_count=lambda: 1, compute_capability=lambda device: capability
+    )
+    monkeypatch.setattr(_ffi, "_extension", extension)
+    monkeypatch.setattr(_ffi, "_refusal", None)
+    _ffi.status.cache_clear()
+    try:
+        status = _ffi.status()
+    finally:
+        _ffi.status.cache_clear()
+    assert (status is None) if message is None else re.search(message, status)

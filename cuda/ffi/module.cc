@@ -49,5 +49,6 @@ NB_MODULE(_cuda, module) {
   module.def("device_count", &jaxq::DeviceCount, "CUDA devices that the driver shows; 0 without a driver.");
   module.def("compute_capability", &jaxq::ComputeCapability, nb::arg("device"), "(major, minor) of a device.");
   module.attr("ffi_version") = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+  module.attr("architectures") = JAXQ_SM;        // that the kernels were compiled for: "80 90a"
   module.attr("cuda_version") = CUDART_VERSION;  // of the toolkit: 13000 is 13.0
 }

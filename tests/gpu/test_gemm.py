@@ -1,6 +1,5 @@
 """Every GEMM kernel against float64 or exact integers, on the same codes. Needs a GPU."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
