@@ -81,6 +81,8 @@ cudaError_t LaunchReduce(const Epilogue& e, int splits, const Device& device, cu
   return cudaLaunchKernelEx(config.get(), reduce_splits_kernel<kThreads>, e, splits);
 }
 
+using SmallTile = TileConfig<1, 32, 1, 4>;
+
 template <class F, class Tile>
 cudaError_t LaunchTiled(const GemmArgs& a, const Device& device, cudaStream_t stream) {
   const int64_t group = MainloopGroup<F>(a);
@@ -118,6 +120,8 @@ cudaError_t LaunchTiled(const GemmArgs& a, const Device& device, cudaStream_t st
   const int slot_bytes = (t.scale_bytes + t.zero_bytes) * Tile::kTileN;
   t.stage_bytes = Tile::kTileM * kStageBytes + kWeightBytes<F, Tile> + (t.slots * slot_bytes + 127) / 128 * 128;
   const int smem = std::max(Tile::kStages * t.stage_bytes, Tile::kTileM * (Tile::kTileN + 4) * 4);
+  if constexpr (!std::is_same_v<Tile, SmallTile>)  // 99 KB of SMEM (sm_86, sm_89) are few for groups of int8 weights
+    if (smem > device.max_smem) return LaunchTiled<F, SmallTile>(a, device, stream);
   const Epilogue e = MakeEpilogue<F>(a, splits > 1);
   if (cudaError_t error = AllowSmem(tiled_kernel<F, Tile>, smem); error != cudaSuccess) return error;
   const dim3 grid(static_cast<unsigned>(tiles_m), static_cast<unsigned>(tiles_n), static_cast<unsigned>(splits));
@@ -186,7 +190,7 @@ cudaError_t LaunchGemm(const GemmArgs& a, cudaStream_t stream) {
       if constexpr (kStreams<F>) return LaunchStream<F>(a, device, stream);
       [[fallthrough]];
     case Kernel::kTile32:
-      return LaunchTiled<F, TileConfig<1, 32, 1, 4>>(a, device, stream);
+      return LaunchTiled<F, SmallTile>(a, device, stream);
     case Kernel::kTile64:
       return LaunchTiled<F, TileConfig<2, 64, 1, 4>>(a, device, stream);
     default:
