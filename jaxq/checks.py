@@ -60,9 +60,9 @@ def check_x_scale(
 
 
 def check_sums(op: str, w: QTensor) -> None:
-    """Integer sums over k must fit int32 for any codes."""
+    """Integer sums over k must fit int32 for any codes, -128 included."""
     is_wide = w.subscales is not None or (w.zeros is not None and w.bits == 8)
-    largest = (2**31 - 1) // (127 * (255 if is_wide else 128))
+    largest = (2**31 - 1) // (128 * (255 if is_wide else 128))
     if w.shape[0] > largest:
         raise ValueError(
             f"{op}: k={w.shape[0]} must be at most {largest}, so that sums of int8 products fit int32; split the "

@@ -172,9 +172,9 @@ def _results(like: jax.Array, *types: tuple[tuple[Any, ...], Any]) -> list[Any]:
     ]
 
 
-def _workspace_bytes(m: Any, n: int, n_padded: int, k: int) -> int:
+def _workspace_bytes(m: Any, n_padded: int, k: int) -> int:
     """Room for the partial sums of a split k, which only small problems need; never empty."""
-    if not isinstance(m, int) or m * n > 2**22:  # m is symbolic in an export with unknown sizes
+    if not isinstance(m, int) or m * n_padded > 2**22:  # m is symbolic in an export with unknown sizes
         return 1
     return max(1, min(8, k // 512) * m * n_padded * 4)
 
@@ -185,7 +185,7 @@ def _gemm(name: str, bits: int, act_bits: int) -> Op:
         m, k = x.shape
         types: list[tuple[tuple[Any, ...], Any]] = [
             ((m, n), out_dtype),
-            ((_workspace_bytes(m, n, arrays["packed"].shape[0] * BLOCK, k),), "uint8"),
+            ((_workspace_bytes(m, arrays["packed"].shape[0] * BLOCK, k),), "uint8"),
         ]
         if act_bits == 8 and x.dtype != jnp.int8:
             types += [((m, k), "int8"), ((m, 1), "float32")]  # x as quantized by the call

@@ -68,7 +68,7 @@ class QTensor:
     Attributes:
       packed: uint8 ``(n_blocks, k_blocks, block_bytes)``, see ``packing.py``.
       scales: float32, bfloat16 or float16 ``(groups, n_padded)``; float32 ``(1, n_padded)`` with ``subscales``.
-      zeros: None, or uint8 zero points, or floating offsets, ``(groups, n_padded)``.
+      zeros: None, or uint8 zero points (at most 127 for 4-bit codes), or floating offsets, ``(groups, n_padded)``.
       subscales: None, or uint8 ``(groups, n_padded, 2)``: s (1 to 16) and b.
       perm: None, or int32 ``(k,)``: the logical row of each packed row (act-order); operations gather x by it.
       scheme: a name of ``SCHEMES``.

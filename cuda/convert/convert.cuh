@@ -64,7 +64,7 @@ __device__ __forceinline__ uint32_t SubtractPairs(uint32_t a, uint32_t b) {
 // The pair (bias + zero, bias + zero) that ConvertInt4ToFloat subtracts.
 template <typename T>
 __device__ __forceinline__ uint32_t BiasedZero(int zero) {
-  return (Magic<T>::kBits + zero) * 0x00010001u;  // an integer's bits add to the mantissa for zero <= 15
+  return (Magic<T>::kBits + zero) * 0x00010001u;  // an integer's bits add to the mantissa for zero <= 127
 }
 
 // int4 -> bf16 or f16, u - zero, exactly. One word is one step of 16 k:

@@ -90,6 +90,7 @@ void Run(const Gemm& gemm, cudaStream_t stream, std::string_view names, int64_t 
   RequireSupportedDevice();
   const Operands operands(names, arguments);
   const Weight weight = ReadWeight(operands, gemm.bits, group);
+  if (weight.subscales && (gemm.bits != 4 || gemm.act_bits != 8)) Refuse("subscales", "present", "absent but for W4A8");
   GemmArgs args{};
   args.packed = weight.packed;
   args.scales = weight.scales;
@@ -105,6 +106,8 @@ void Run(const Gemm& gemm, cudaStream_t stream, std::string_view names, int64_t 
   args.config = static_cast<int>(config);
   ReadActivations(gemm, operands, args);
   ReadResults(gemm, results, args);
+  if (args.out_dtype == DType::kS32 && (args.group < args.k || args.zeros))
+    Refuse("out", "int32", "floating or int8 where the weight has groups or zeros");
   ReadEpilogue(operands, args);
   if (gemm.act_bits == 8 && args.x_dtype != DType::kS8) QuantizeActivations(results, stream, args);
   RequireLaunched(gemm.launch(args, stream));

@@ -7,10 +7,10 @@ namespace {
 
 constexpr int64_t kBlock = 64;  // channels, and input features, of a packed block
 
-// Groups that k rows take, given those an operand has. The last group may end before the padding of k does.
+// Groups that k rows take, padding included: kernels read the parameters of every one.
 int64_t CheckGroups(const Array& array, int64_t k, int64_t group) {
   const int64_t found = array.dim(0);
-  if ((found - 1) * group >= k || found * group + kBlock <= k) {
+  if ((found - 1) * group >= k || found * group < k) {
     Refuse(array.name(), std::to_string(found) + " groups",
            "k / group = " + std::to_string(k) + " / " + std::to_string(group));
   }
@@ -52,6 +52,7 @@ Weight ReadWeight(const Operands& operands, int64_t bits, int64_t group) {
     scales.RequireShape({groups, weight.n_padded}, "(groups, n_padded)");
   }
   if (operands.Has("zeros")) {
+    if (weight.subscales) Refuse("zeros", "present", "absent where there are subscales");
     const Array zeros = operands["zeros"];
     weight.zeros_dtype = zeros.Type({DType::kU8, DType::kF32, DType::kBF16, DType::kF16});
     zeros.RequireShape({groups, weight.n_padded}, "(groups, n_padded)");
